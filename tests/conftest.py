@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tests run.
+
+All but those in tests/npu must see a machine without an NPU. Where torch_npu is installed without CANN, as on the
+machines that have the virtual NPU, that takes some doing: `import torch` loads torch_npu by itself and fails, and
+transformers cannot import a model class. So torch_npu is hidden, here and from the processes that tests start.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HIDE_TORCH_NPU = str(Path(__file__).parent / "hide_torch_npu")
+
+if "NPU_MOE_TESTS_ON_NPU" not in os.environ:
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    sys.modules["torch_npu"] = None  # find_spec and import both take this for "not installed"
+
+
+@pytest.fixture(scope="session")
+def cpu_env() -> dict[str, str]:
+    """The environment for a process that is to find no torch_npu."""
+    path = [HIDE_TORCH_NPU, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Fast tests first: a mistake shows in seconds.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
