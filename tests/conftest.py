@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tests run.
 
-All but those in tests/npu must see a machine without an NPU. Where torch_npu is installed without CANN, as on the
-machines that have the virtual NPU, that takes some doing: `import torch` loads torch_npu by itself and fails, and
-transformers cannot import a model class. So torch_npu is hidden, here and from the processes that tests start.
+All but those in tests/npu (npu_process.py runs these) must see a machine without an NPU. Where torch_npu is installed
+without CANN, as on the machines that have the virtual NPU, that takes some doing: `import torch` loads torch_npu by
+itself and fails, and transformers cannot import a model class. So torch_npu is hidden, here and from the processes
+that tests start.
 """
 
 import os
@@ -12,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
+import npu_process
+
 HIDE_TORCH_NPU = str(Path(__file__).parent / "hide_torch_npu")
 
-if "NPU_MOE_TESTS_ON_NPU" not in os.environ:
+if npu_process.ON_NPU not in os.environ:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     sys.modules["torch_npu"] = None  # find_spec and import both take this for "not installed"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if npu_process.PIPES in os.environ:
+        config.pluginmanager.register(npu_process.Child(config, os.environ.pop(npu_process.PIPES)))
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,8 @@ aclnnGroupedMatmulV5, for the form the package uses: one x, one weight, one outp
 """
 
 import contextlib
+import functools
 import importlib
-import sys
-import types
 from dataclasses import dataclass
 from unittest import mock
 
@@ -42,14 +41,16 @@ def looks_transposed(tensor: torch.Tensor) -> bool:
 
 
 class StrictNPU:
-    """Stands in for the module torch_npu; keeps the calls made to it."""
+    """The operator; keeps the calls made to it."""
 
     def __init__(self):
         self.calls: list[Call] = []
 
     def npu_grouped_matmul(
-        self, x, weight, *, bias=None, group_list=None, split_item=0, group_type=None, group_list_type=0
+        self, x, weight, *, bias=None, group_list=None, split_item=0, group_type=None, group_list_type=0, **others
     ):
+        if others:
+            raise RuntimeError(f"not expected here: {others}")
         if group_type not in (0, 2):
             raise RuntimeError(f"group_type must be 0 or 2, got {group_type}")
         if split_item not in (2, 3):
@@ -57,8 +58,6 @@ class StrictNPU:
         if bias is not None or len(x) != 1 or len(weight) != 1:
             raise RuntimeError("one x, one weight and no bias are expected")
         x, weight = x[0], weight[0]
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("npu_grouped_matmul has no gradient formula")
         if not isinstance(group_list, torch.Tensor) or group_list.dtype != torch.int64 or group_list.dim() != 1:
             raise RuntimeError("Only int64 is supported for groupList.")
         if not 1 <= group_list.numel() <= 1024:
@@ -124,19 +123,35 @@ def _split_contraction(
     return out
 
 
+# As torch_npu 2.13.0 declares it.
+_SCHEMA = (
+    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+    "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+    "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+    "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
+    "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
+    "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
+    "int? per_token_scale_dtype=None) -> Tensor[]"
+)
+_active: list[StrictNPU] = []
+
+
+@functools.cache
+def _register() -> torch.library.Library:
+    # torch_npu itself is hidden in this process (conftest.py), so its namespace is free.
+    library = torch.library.Library("npu", "DEF")
+    library.define(_SCHEMA)
+    library.impl("npu_grouped_matmul", lambda *args, **kwargs: _active[-1].npu_grouped_matmul(*args, **kwargs), "CPU")
+    return library
+
+
 @contextlib.contextmanager
 def strict_npu():
-    """While it lasts, `npu_moe` takes CPU tensors for tensors on an NPU and finds the strict torch_npu; yields it."""
-    npu = StrictNPU()
-    module = types.ModuleType("torch_npu")
-    module.npu_grouped_matmul = npu.npu_grouped_matmul
-    real = sys.modules.get("torch_npu")
-    # Not mock.patch.dict: it would also take back what PyTorch imports meanwhile.
-    sys.modules["torch_npu"] = module
+    """While it lasts, `npu_moe` takes CPU tensors for tensors on an NPU and finds the strict operator; yields it."""
+    _register()
+    _active.append(StrictNPU())
     try:
         with mock.patch.object(importlib.import_module("npu_moe.grouped_mm"), "_DEVICE_TYPE", "cpu"):
-            yield npu
+            yield _active[-1]
     finally:
-        del sys.modules["torch_npu"]
-        if real is not None:
-            sys.modules["torch_npu"] = real
+        _active.pop()

@@ -108,10 +108,8 @@ def _weight_grad(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) ->
 
 
 def _npu_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int) -> torch.Tensor:
-    import torch_npu
-
-    # split_item=3: one output tensor. With several, torch_npu reads the group list back to size them.
-    return torch_npu.npu_grouped_matmul(
+    # torch_npu.npu_grouped_matmul. split_item=3: one output tensor; to size several, torch_npu reads the list back.
+    return torch.ops.npu.npu_grouped_matmul.default(
         [x], [weight], group_list=ends, group_list_type=0, group_type=group_type, split_item=3
     )[0]
 

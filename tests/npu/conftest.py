@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+import pytest
+
+import npu_process
+
+if npu_process.ON_NPU not in os.environ:
+
+    def pytest_pycollect_makemodule(module_path, parent):
+        return npu_process.ForwardedFile.from_parent(parent, path=module_path)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(item):
+        if not isinstance(item, npu_process.ForwardedItem):
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in npu_process.process_of(item.config).reports(item):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True

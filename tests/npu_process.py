@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the tests in tests/npu in a process of their own that has an NPU, and reports them as if they ran here.
+
+This process must not see an NPU (conftest.py), those tests must. So their files are collected by a second pytest, on
+the real NPU where there is one and else on the virtual NPU; it says which tests it found, is told which of them were
+selected, and sends the report of each back. To debug one, run that second pytest by hand:
+
+    NPU_MOE_TESTS_ON_NPU=1 python utils/virtual_npu/run.py --devices 2 -- python -m pytest tests/npu -k NAME
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ON_NPU = "NPU_MOE_TESTS_ON_NPU"
+PIPES = "NPU_MOE_TESTS_PIPES"
+
+
+def npu_environment() -> dict[str, str] | str:
+    """The environment in which a process has an NPU, or in one line why there is none to be had."""
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    if PathFinder.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    gate = subprocess.run([sys.executable, ROOT / "utils" / "npu.py", "--require"], capture_output=True, env=env)
+    if gate.returncode == 0:
+        return env
+    spec = importlib.util.spec_from_file_location("virtual_npu_run", ROOT / "utils" / "virtual_npu" / "run.py")
+    virtual_npu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(virtual_npu)
+    reason = virtual_npu.unavailable_reason()
+    return env | virtual_npu.environment(devices=2) if reason is None else reason
+
+
+class NPUProcess:
+    """The second pytest. `unavailable_reason` is set where it could not be started."""
+
+    def __init__(self):
+        self.tests: list[dict] = []
+        self.unavailable_reason = None
+        self.process = None
+        self._started = False
+        env = npu_environment()
+        if isinstance(env, str):
+            self.unavailable_reason = env
+            return
+        here, there = os.pipe(), os.pipe()
+        self._output = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "tests/npu", "-q"],
+            cwd=ROOT,
+            env=env | {ON_NPU: "1", PIPES: f"{there[0]},{here[1]}"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(there[0], here[1]),
+        )
+        os.close(there[0])
+        os.close(here[1])
+        self._from_child, self._to_child = os.fdopen(here[0]), os.fdopen(there[1], "w")
+        self.tests = self._read()
+
+    def _read(self):
+        line = self._from_child.readline()
+        if line:
+            return json.loads(line)
+        status = self.process.wait()
+        self._output.seek(0)
+        tail = self._output.read()[-8000:].decode(errors="replace")
+        raise RuntimeError(f"the pytest process on the NPU ended with status {status}:\n{tail}")
+
+    def reports(self, item: pytest.Item):
+        """The reports of one test, as they come in. The first call starts all that were selected."""
+        if not self._started:
+            self._started = True
+            selected = [other.nodeid for other in item.session.items if isinstance(other, ForwardedItem)]
+            self._to_child.write(json.dumps(selected) + "\n")
+            self._to_child.flush()
+        while (message := self._read()) != {"finished": item.nodeid}:
+            yield item.config.hook.pytest_report_from_serializable(config=item.config, data=message)
+
+    def stop(self):
+        if self.process is not None:
+            self._to_child.close()
+            self._from_child.close()
+            try:
+                # It has nothing left to do, unless this session ends early.
+                self.process.wait(10 if self._started else 0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+_PROCESS = pytest.StashKey[NPUProcess]()
+
+
+def process_of(config: pytest.Config) -> NPUProcess:
+    if _PROCESS not in config.stash:
+        process = config.stash[_PROCESS] = NPUProcess()
+        config.add_cleanup(process.stop)
+    return config.stash[_PROCESS]
+
+
+class ForwardedItem(pytest.Item):
+    def runtest(self):
+        raise NotImplementedError  # pytest_runtest_protocol in tests/npu/conftest.py runs it
+
+
+class SkippedItem(pytest.Item):
+    def runtest(self):
+        pytest.skip(process_of(self.config).unavailable_reason)
+
+
+class ForwardedCollector(pytest.Collector):
+    """A class in a forwarded file."""
+
+    def __init__(self, *, tests, **kwargs):
+        super().__init__(**kwargs)
+        self.tests = tests  # (the names below this one, the markers)
+
+    def collect(self):
+        return forwarded_nodes(self, self.tests)
+
+
+class ForwardedFile(pytest.File):
+    def collect(self):
+        process = process_of(self.config)
+        if process.unavailable_reason is not None:
+            return [SkippedItem.from_parent(self, name="on_an_npu")]
+        names = ((test["nodeid"].split("::"), test["markers"]) for test in process.tests)
+        return forwarded_nodes(self, [(rest, markers) for (file, *rest), markers in names if file == self.nodeid])
+
+
+def forwarded_nodes(parent, tests):
+    nodes = []
+    for name in dict.fromkeys(names[0] for names, _ in tests):
+        below = [(names[1:], markers) for names, markers in tests if names[0] == name]
+        if below[0][0]:
+            nodes.append(ForwardedCollector.from_parent(parent, name=name, tests=below))
+        else:
+            item = ForwardedItem.from_parent(parent, name=name)
+            for marker in below[0][1]:
+                item.add_marker(marker)
+            nodes.append(item)
+    return nodes
+
+
+class Child:
+    """The plugin of the second pytest."""
+
+    def __init__(self, config: pytest.Config, pipes: str):
+        read, write = map(int, pipes.split(","))
+        self.config = config
+        self._from_parent, self._to_parent = os.fdopen(read), os.fdopen(write, "w")
+
+    def _send(self, message):
+        self._to_parent.write(json.dumps(message, default=str) + "\n")
+        self._to_parent.flush()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        self._send(
+            [{"nodeid": item.nodeid, "markers": sorted({m.name for m in item.iter_markers()})} for item in items]
+        )
+        selected = json.loads(self._from_parent.readline() or "[]")
+        items[:] = [item for item in items if item.nodeid in set(selected)]
+        items.sort(key=lambda item: selected.index(item.nodeid))
+
+    def pytest_runtest_logreport(self, report):
+        self._send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self._send({"finished": nodeid})
