@@ -34,6 +34,19 @@ def cpu_env() -> dict[str, str]:
     return {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(path)}
 
 
+@pytest.fixture(scope="session")
+def virtual_npu():
+    """A function (devices, trace=None) -> the environment for a process that is to have virtual NPUs."""
+
+    def environment(devices: int, trace: Path | None = None) -> dict[str, str]:
+        env = npu_process.virtual_npu_environment(devices, trace)
+        if isinstance(env, str):
+            pytest.skip(env)
+        return env
+
+    return environment
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Fast tests first: a mistake shows in seconds.
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

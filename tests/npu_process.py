@@ -24,19 +24,31 @@ ON_NPU = "NPU_MOE_TESTS_ON_NPU"
 PIPES = "NPU_MOE_TESTS_PIPES"
 
 
+def without_torch_npu_hidden() -> dict[str, str]:
+    """The environment this session was started in, as far as torch_npu is concerned."""
+    return {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+
+
+def virtual_npu_environment(devices: int, trace: Path | None = None) -> dict[str, str] | str:
+    """The environment in which a process has virtual NPUs, or in one line why there are none to be had."""
+    hidden = sys.modules.pop("torch_npu", None)
+    try:
+        spec = importlib.util.spec_from_file_location("virtual_npu_run", ROOT / "utils" / "virtual_npu" / "run.py")
+        run = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(run)
+        reason = run.unavailable_reason()
+        return without_torch_npu_hidden() | run.environment(devices, trace) if reason is None else reason
+    finally:
+        sys.modules["torch_npu"] = hidden
+
+
 def npu_environment() -> dict[str, str] | str:
-    """The environment in which a process has an NPU, or in one line why there is none to be had."""
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    """The environment in which a process has an NPU, real or virtual, or in one line why there is none to be had."""
+    env = without_torch_npu_hidden()
     if PathFinder.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     gate = subprocess.run([sys.executable, ROOT / "utils" / "npu.py", "--require"], capture_output=True, env=env)
-    if gate.returncode == 0:
-        return env
-    spec = importlib.util.spec_from_file_location("virtual_npu_run", ROOT / "utils" / "virtual_npu" / "run.py")
-    virtual_npu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(virtual_npu)
-    reason = virtual_npu.unavailable_reason()
-    return env | virtual_npu.environment(devices=2) if reason is None else reason
+    return env if gate.returncode == 0 else virtual_npu_environment(devices=2)
 
 
 class NPUProcess:
