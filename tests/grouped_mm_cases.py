@@ -241,7 +241,7 @@ class GroupedMMCases(unittest.TestCase):
             ("offs_dtype", (3, 4), (2, 4, 5), (2,), torch.float32, "offs must be int32 or int64, got torch.float32"),
             ("no_experts", (3, 4), (0, 4, 5), (0,), torch.int32, "between 1 and 1024, got 0"),
             ("too_many_experts", (3, 1), (1025, 1, 1), (1025,), torch.int32, "between 1 and 1024, got 1025"),
-            ("no_features", (3, 0), (2, 0, 5), (2,), torch.int32, r"between 1 and 65535, got weight \(2, 0, 5\)"),
+            ("no_features", (3, 0), (2, 0, 5), (2,), torch.int32, r"between 1 and 65535, got \(0, 5\)"),
             ("too_many_features", (1, 1), (1, 1, 65536), (1,), torch.int32, "between 1 and 65535"),
         ]
     )

@@ -19,6 +19,7 @@ from strict_npu import strict_npu
 patch_module = importlib.import_module("npu_moe.monkey_patch_npu")
 ORIGINAL = moe._grouped_mm
 LINE = "[PATCH] transformers.integrations.moe._grouped_mm -> _grouped_mm_npu"
+OPERATOR_LINE = "[PATCH] aten::_grouped_mm on NPUs -> aten_grouped_mm"
 
 
 @pytest.fixture
@@ -64,7 +65,9 @@ def test_applied_twice_and_reverted(an_npu, caplog):
     assert npu_moe.apply_npu_patch() is True
     assert moe._grouped_mm is patch_module._grouped_mm_npu
     assert npu_moe.apply_npu_patch() is True
-    assert [record.getMessage() for record in caplog.records] == [LINE]
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    # The first is visible where logging was not set up.
+    assert lines == [("WARNING", LINE), ("INFO", OPERATOR_LINE)]
     npu_moe.revert_npu_patch()
     assert moe._grouped_mm is ORIGINAL
     npu_moe.revert_npu_patch()
@@ -189,14 +192,47 @@ def test_wrong_arguments_raise(an_npu):
         moe._grouped_mm(torch.ones(5, 8), torch.ones(8), offs=ends_of([2, 3]))
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.1.0"])
-def test_transformers_without_the_function(an_npu, monkeypatch, version):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    if version.startswith("4"):
+def operator_kernel_is_registered() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
+
+
+def test_the_operator_has_the_kernel_until_reverted(an_npu):
+    assert not operator_kernel_is_registered()
+    npu_moe.apply_npu_patch()
+    assert operator_kernel_is_registered()
+    npu_moe.revert_npu_patch()
+    assert not operator_kernel_is_registered()
+
+
+def test_a_kernel_of_torch_npu_is_left_in_place(an_npu, caplog):
+    caplog.set_level(logging.INFO, "npu_moe")
+    theirs = torch.library.Library("aten", "IMPL")
+    theirs.impl("_grouped_mm", lambda *args: None, "PrivateUse1")
+    try:
+        assert npu_moe.apply_npu_patch() is True
+        assert "aten::_grouped_mm is left as it is: torch_npu has a kernel of its own" in caplog.text
+        npu_moe.revert_npu_patch()
+        assert operator_kernel_is_registered()
+    finally:
+        theirs._destroy()
+
+
+def test_transformers_5_0_and_5_1_are_served_by_the_operator(an_npu, monkeypatch, caplog):
+    monkeypatch.delattr(moe, "_grouped_mm")
+    assert npu_moe.apply_npu_patch() is True
+    assert operator_kernel_is_registered()
+    assert [record.getMessage() for record in caplog.records] == [OPERATOR_LINE]
+
+
+@pytest.mark.parametrize("missing", ["transformers 4", "the operator in PyTorch"])
+def test_nothing_to_patch(an_npu, monkeypatch, missing):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    if missing == "transformers 4":
         monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     else:
         monkeypatch.delattr(moe, "_grouped_mm")
-    with pytest.raises(RuntimeError, match=rf"transformers {version} has no .*5\.2\.0 or newer.*NPU_MOE_PATCH=0"):
+        monkeypatch.delattr(torch, "_grouped_mm")
+    with pytest.raises(RuntimeError, match=r"transformers 4\.57\.6 .*has no .*5\.2\.0 or newer.*NPU_MOE_PATCH=0"):
         npu_moe.apply_npu_patch()
 
 

@@ -9,6 +9,7 @@ What it accepts and what it leaves undefined is taken from the documentation and
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,6 +21,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # CANN's limits for a group list on the device and for the innermost dimension of an operand.
 _MAX_EXPERTS = 1024
 _MAX_INNER_SIZE = 65535
+
+# Where PyTorch's own kernel for `aten::_grouped_mm` is found: the CPU has the one that serves every device.
+_PYTORCH_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 # CANN's group_type: which dimension the groups divide.
 _ROWS = 0
@@ -63,11 +67,65 @@ def unsupported_reason(input: torch.Tensor, weight: torch.Tensor) -> str | None:
         return f"input and weight must be on an NPU, got {input.device} and {weight.device}"
     if weight.dtype not in _DTYPES or input.dtype not in _DTYPES:
         return f"dtype must be one of float32, bfloat16, float16; got input {input.dtype}, weight {weight.dtype}"
-    if not all(1 <= num_experts <= _MAX_EXPERTS for num_experts in weight.shape[:1]):
-        return f"the number of experts must be between 1 and {_MAX_EXPERTS}, got {weight.size(0)}"
-    if not all(1 <= features <= _MAX_INNER_SIZE for features in weight.shape[1:]):
-        return f"input and output features must be between 1 and {_MAX_INNER_SIZE}, got weight {tuple(weight.shape)}"
+    return _limit_reason(weight.size(0), weight.shape[1:]) if weight.dim() else None
+
+
+def _limit_reason(num_experts: int, features: Sequence[int]) -> str | None:
+    if not 1 <= num_experts <= _MAX_EXPERTS:
+        return f"the number of experts must be between 1 and {_MAX_EXPERTS}, got {num_experts}"
+    if not all(1 <= size <= _MAX_INNER_SIZE for size in features):
+        return f"input and output features must be between 1 and {_MAX_INNER_SIZE}, got {tuple(features)}"
     return None
+
+
+def aten_grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The kernel of `aten::_grouped_mm`, that is of `torch.nn.functional.grouped_mm`, for tensors on an NPU.
+
+    PyTorch's autograd formula stands on it; both gradients are calls of the same operator. `offs` (E,), int32, holds
+    the ends of the groups in the dimension S:
+
+        (S, K) x (E, K, N) -> (S, N)
+        (M, S) x (S, N) -> (E, M, N), zero for a group of size 0
+        (E, M, K) x (K, S) -> (M, S)
+
+    All else goes to PyTorch's own kernel: two batches, which need no groups, what CANN does not take, and what is
+    wrong, for which it raises.
+    """
+    if not _aten_supported(mat_a, mat_b, offs, bias, out_dtype):
+        return torch.ops.aten._grouped_mm.default.redispatch(_PYTORCH_KERNEL, mat_a, mat_b, offs, bias, out_dtype)
+    ends = offs.to(torch.int64).contiguous()
+    if mat_b.dim() == 3:
+        return _npu_grouped_matmul(_packed(mat_a), mat_b, ends, _ROWS)
+    if mat_a.dim() == 2:
+        return _weight_grad(mat_a.t(), mat_b, ends)
+    # The columns of mat_b are the rows of its transpose.
+    return _npu_grouped_matmul(_packed(mat_b.t()), mat_a.transpose(-2, -1), ends, _ROWS).t()
+
+
+def _aten_supported(mat_a, mat_b, offs, bias, out_dtype) -> bool:
+    if offs is None or (mat_a.dim(), mat_b.dim()) not in ((2, 3), (2, 2), (3, 2)):
+        return False
+    if mat_a.dim() == mat_b.dim():
+        groups, features = offs.numel(), (mat_a.size(0), mat_b.size(1))
+    else:
+        groups, *features = mat_a.shape if mat_a.dim() == 3 else mat_b.shape
+    return (
+        bias is None
+        and out_dtype in (None, mat_a.dtype)
+        and mat_a.dtype == mat_b.dtype
+        and mat_a.dtype in _DTYPES
+        and offs.dtype == torch.int32
+        and mat_a.device == mat_b.device == offs.device
+        and offs.shape == (groups,)
+        and mat_a.size(-1) == mat_b.size(-2)
+        and _limit_reason(groups, features) is None
+    )
 
 
 class _GroupedMM(torch.autograd.Function):
