@@ -129,6 +129,31 @@ def with_counts(r: Rank) -> Any:
     return [r.to_host(gathered, total), r.to_host(part, me + 1, INT32), r.to_host(received, into)]
 
 
+def grouped(r: Rank) -> Any:
+    """A ring, which would block without a group; two messages to the same rank, one to oneself, and a collective."""
+    r.start()
+    after, before = (r.rank + 1) % r.ranks, (r.rank - 1) % r.ranks
+    first, second, third = r.to_device([0] * 4), r.to_device([0] * 2), r.to_device([0] * 3)
+    messages = [
+        (r.hccl.HcclSend, r.to_device([r.rank] * 4), 4, after),
+        (r.hccl.HcclSend, r.to_device([10 + r.rank] * 2), 2, after),
+        (r.hccl.HcclSend, r.to_device([r.rank] * 3), 3, r.rank),
+        (r.hccl.HcclRecv, first, 4, before),
+        (r.hccl.HcclRecv, second, 2, before),
+        (r.hccl.HcclRecv, third, 3, r.rank),
+    ]
+    total, ones = r.to_device([0] * 4), r.to_device([r.rank + 1] * 4)
+    r.call(r.hccl.HcclGroupStart)
+    r.call(r.hccl.HcclGroupStart)
+    for function, buffer, count, peer in messages:
+        r.call(function, buffer, ctypes.c_uint64(count), FLOAT32, peer, r.comm, r.stream)
+    r.call(r.hccl.HcclGroupEnd)
+    r.call(r.hccl.HcclAllReduce, ones, total, ctypes.c_uint64(4), FLOAT32, SUM, r.comm, r.stream)
+    r.call(r.hccl.HcclGroupEnd)
+    r.synchronize()
+    return [r.to_host(first, 4), r.to_host(second, 2), r.to_host(third, 3), r.to_host(total, 4)]
+
+
 def killed(r: Rank) -> Any:
     r.start()
     if r.rank == 1:
@@ -139,11 +164,11 @@ def killed(r: Rank) -> Any:
 def killed_midway(r: Rank) -> Any:
     """Rank 1 dies while data is moving."""
     r.start()
-    send, receive = r.to_device([1] * 3_000_000), r.to_device([1] * 3_000_000)
-    for i in range(200):
+    send, receive = r.to_device([1] * 1_000_000), r.to_device([1] * 1_000_000)
+    for i in range(20):
         if r.rank == 1 and i == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        r.call(r.hccl.HcclAllReduce, send, receive, ctypes.c_uint64(3_000_000), FLOAT32, SUM, r.comm, r.stream)
+        r.call(r.hccl.HcclAllReduce, send, receive, ctypes.c_uint64(1_000_000), FLOAT32, SUM, r.comm, r.stream)
     r.synchronize()
 
 
@@ -166,7 +191,7 @@ def root_dies(r: Rank) -> Any:
 def late(r: Rank) -> Any:
     r.start()
     if r.rank == 1:
-        time.sleep(2.5)
+        time.sleep(2)
     return r.all_reduce()
 
 
@@ -182,6 +207,13 @@ def leaves(r: Rank) -> Any:
 def same_device(r: Rank) -> Any:
     r.use_device(0)
     r.join()
+
+
+def one_visible_device(r: Rank) -> Any:
+    """Each rank calls the only device it sees number 0."""
+    r.use_device(0)
+    r.join()
+    return r.all_reduce()
 
 
 def other_number_of_ranks(r: Rank) -> Any:
@@ -314,9 +346,10 @@ def main() -> None:
             children.append(pid)
             continue
         answer: dict[str, Any] = {"rank": rank, "pid": os.getpid()}
+        if case is one_visible_device:
+            os.environ["ASCEND_RT_VISIBLE_DEVICES"] = str(rank)
         start = time.monotonic()
         try:
-            start = time.monotonic()
             answer["result"] = case(Rank(rank, ranks, pipes))
         except Failure as failure:
             answer["code"], answer["error"] = failure.args

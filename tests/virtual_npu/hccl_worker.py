@@ -230,18 +230,13 @@ def scatter() -> None:
 
 
 def gather() -> None:
-    """torch_npu has it only with TORCH_NPU_USE_COMPATIBLE_IMPL=1, as sends and receives in a group."""
-    everyone = everybody(2, 3)
-    results = [torch.empty(2, 3, device="npu") for _ in range(world)] if rank == 0 else None
-    if os.environ.get("TORCH_NPU_USE_COMPATIBLE_IMPL") != "1":
-        try:
-            dist.gather(everyone[rank].npu(), results, dst=0)
-        except RuntimeError as error:
-            assert "does not support gather" in str(error), error
-        return
-    dist.gather(everyone[rank].npu(), results, dst=0)
-    for result, expected in zip(results or [], everyone, strict=False):
-        same(result, expected)
+    """torch_npu makes it an all-gather."""
+    for destination in range(world):
+        everyone = everybody(2, 3, salt=destination)
+        results = [torch.empty(2, 3, device="npu") for _ in range(world)] if rank == destination else None
+        dist.gather(everyone[rank].npu(), results, dst=destination)
+        for result, expected in zip(results or [], everyone, strict=rank == destination):
+            same(result, expected)
 
 
 def all_to_all_single() -> None:
@@ -463,6 +458,18 @@ def die() -> None:
     report_error(lambda: dist.all_reduce(tensor))
 
 
+def linger() -> None:
+    """As `die`, but rank 0 does not look at the result."""
+    tensor = data(rank, 10).npu()
+    dist.all_reduce(tensor)
+    torch.npu.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(tensor)
+    time.sleep(30)
+    os._exit(0)
+
+
 def disagree() -> None:
     report_error(lambda: dist.all_reduce(data(rank, 10 + rank).npu()))
 
@@ -485,7 +492,7 @@ def main() -> None:
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("hccl")
     gloo = dist.new_group(backend="gloo")
-    if what in ("die", "disagree"):
+    if what in ("die", "linger", "disagree"):
         globals()[what]()
     results = {}
     for case in CASES:
