@@ -25,7 +25,14 @@ COUNTS = {
     "single_expert": [7],
     "no_tokens": [0, 0, 0],
 }
-LAYOUTS = ("transposed", "contiguous", "chunk", "transposed_chunk")
+# From a parameter to the (E, K, N) weight.
+VIEWS = {
+    "transposed": lambda parameter: parameter.transpose(-2, -1),
+    "contiguous": lambda parameter: parameter,
+    "chunk": lambda parameter: parameter.chunk(2, dim=2)[1],
+    "transposed_chunk": lambda parameter: parameter.chunk(2, dim=1)[1].transpose(-2, -1),
+}
+LAYOUTS = tuple(VIEWS)
 
 
 def ends_of(counts: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -41,13 +48,7 @@ def make_weight(experts: int, k: int, n: int, layout: str, dtype: torch.dtype, d
         "transposed_chunk": (experts, 2 * n, k),
     }[layout]
     parameter = torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
-    view = {
-        "transposed": lambda p: p.transpose(-2, -1),
-        "contiguous": lambda p: p,
-        "chunk": lambda p: p.chunk(2, dim=2)[1],
-        "transposed_chunk": lambda p: p.chunk(2, dim=1)[1].transpose(-2, -1),
-    }[layout]
-    return parameter, view(parameter)
+    return parameter, VIEWS[layout](parameter)
 
 
 def loop(input, weight, counts, grad_output):
@@ -269,6 +270,23 @@ class GroupedMMCases(unittest.TestCase):
             arguments = [t.to("meta" if i == moved else self.device) for i, t in enumerate(arguments)]
             with self.assertRaisesRegex(ValueError, "must be on the same device; got .*meta"):
                 grouped_mm(*arguments)
+
+    @parameterized.expand([(layout,) for layout in LAYOUTS])
+    def test_compiled_for_any_number_of_tokens(self, layout):
+        torch._dynamo.reset()
+        parameter, _ = make_weight(4, 8, 16, layout, torch.float32, self.device)
+
+        def forward(input, offs):
+            return grouped_mm(input, VIEWS[layout](parameter), offs).square().sum()
+
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for counts in ([2, 0, 3, 5], [4, 4, 0, 4], [0, 1, 9, 7]):
+                input = torch.randn(sum(counts), 8).to(self.device).requires_grad_()
+                offs = ends_of(counts).to(self.device)
+                actual = torch.autograd.grad(compiled(input, offs), (input, parameter))
+                expected = torch.autograd.grad(forward(input, offs), (input, parameter))
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
     @given(

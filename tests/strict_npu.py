@@ -142,7 +142,15 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("npu", "DEF")
     library.define(_SCHEMA)
     library.impl("npu_grouped_matmul", lambda *args, **kwargs: _active[-1].npu_grouped_matmul(*args, **kwargs), "CPU")
+    library.impl("npu_grouped_matmul", _meta, "Meta")
     return library
+
+
+def _meta(x, weight, *, group_list=None, group_type=None, **others):
+    """The shapes, for torch.compile; torch_npu has the same."""
+    x, weight = x[0], weight[0]
+    batch = [] if group_type == 0 else [group_list.size(0)]
+    return [x.new_empty([*batch, x.size(0), weight.size(-1)])]
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ class _GroupedMM(torch.autograd.Function):
         needs_input_grad, needs_weight_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight_grad else None, weight if needs_input_grad else None, ends)
         ctx.weight_is_transposed = _is_packed_transpose(weight)
-        if not ctx.weight_is_transposed and not weight.is_contiguous():
+        if not (ctx.weight_is_transposed or weight.is_contiguous() or torch.compiler.is_compiling()):
             _warn_weight_is_copied(tuple(weight.shape), weight.stride())
         return _npu_grouped_matmul(_packed(input), weight, ends, _ROWS)
 

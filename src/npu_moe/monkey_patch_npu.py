@@ -75,7 +75,7 @@ def _grouped_mm_npu(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tenso
     reason = unsupported_reason(input, weight)
     if reason is None and offs is not None:
         return grouped_mm(input, weight, offs)
-    if "npu" in (input.device.type, weight.device.type):
+    if "npu" in (input.device.type, weight.device.type) and not torch.compiler.is_compiling():
         _warn_not_used(reason or "offs is None")
     return _original(input, weight, offs)
 
