@@ -12,6 +12,9 @@ setup(
     license="Apache-2.0",
     package_dir={"": "src"},
     packages=find_packages("src"),
+    py_modules=["npu_moe_autoload"],
+    # `import torch` calls it; without NPU_MOE_AUTOLOAD=1 it does nothing.
+    entry_points={"torch.backends": ["npu_moe = npu_moe_autoload:autoload"]},
     python_requires=">=3.10",
     # Lower bounds only: torch_npu pins the torch it was built for, and installing this must not move it.
     install_requires=["torch>=2.7", "transformers>=5.0"],
