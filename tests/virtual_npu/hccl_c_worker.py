@@ -154,6 +154,31 @@ def grouped(r: Rank) -> Any:
     return [r.to_host(first, 4), r.to_host(second, 2), r.to_host(third, 3), r.to_host(total, 4)]
 
 
+class SendRecvItem(ctypes.Structure):
+    _fields_ = [
+        ("receives", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("dtype", ctypes.c_int32),
+        ("peer", ctypes.c_uint32),
+    ]
+
+
+def batched(r: Rank) -> Any:
+    r.start()
+    after, before = (r.rank + 1) % r.ranks, (r.rank - 1) % r.ranks
+    first, second = r.to_device([0] * 4), r.to_device([0] * 2)
+    items = (SendRecvItem * 4)(
+        (0, r.to_device([r.rank] * 4), 4, FLOAT32, after),
+        (1, first, 4, FLOAT32, before),
+        (0, r.to_device([10 + r.rank] * 2), 2, FLOAT32, after),
+        (1, second, 2, FLOAT32, before),
+    )
+    r.call(r.hccl.HcclBatchSendRecv, items, 4, r.comm, r.stream)
+    r.synchronize()
+    return [r.to_host(first, 4), r.to_host(second, 2)]
+
+
 def killed(r: Rank) -> Any:
     r.start()
     if r.rank == 1:
@@ -164,11 +189,11 @@ def killed(r: Rank) -> Any:
 def killed_midway(r: Rank) -> Any:
     """Rank 1 dies while data is moving."""
     r.start()
-    send, receive = r.to_device([1] * 1_000_000), r.to_device([1] * 1_000_000)
+    send, receive = r.to_device([1] * 400_000), r.to_device([1] * 400_000)
     for i in range(20):
         if r.rank == 1 and i == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        r.call(r.hccl.HcclAllReduce, send, receive, ctypes.c_uint64(1_000_000), FLOAT32, SUM, r.comm, r.stream)
+        r.call(r.hccl.HcclAllReduce, send, receive, ctypes.c_uint64(400_000), FLOAT32, SUM, r.comm, r.stream)
     r.synchronize()
 
 
@@ -274,6 +299,21 @@ def send_meets_collective(r: Rank) -> Any:
         return r.all_reduce()
     r.call(r.hccl.HcclSend, r.to_device([0] * 4), ctypes.c_uint64(4), FLOAT32, 0, r.comm, r.stream)
     r.synchronize()
+
+
+def device_in_error(r: Rank) -> Any:
+    """Rank 1 fails on a communicator of its own accord; what it had queued behind on another one will never run."""
+    r.start()
+    first, r.comm = r.comm, ctypes.c_void_p()
+    r.join()
+    buffer = r.to_device([0] * 4)
+    if r.rank == 1:
+        r.call(r.hccl.HcclSend, buffer, ctypes.c_uint64(4), FLOAT32, 1, first, r.stream)
+    r.call(r.hccl.HcclAllReduce, buffer, buffer, ctypes.c_uint64(4), FLOAT32, SUM, r.comm, r.stream)
+    try:
+        r.synchronize()
+    finally:
+        time.sleep(1)  # lives on, so that it isn't its death that the other one sees
 
 
 def async_error(r: Rank) -> Any:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -455,7 +456,14 @@ def die() -> None:
     torch.npu.synchronize()
     if rank == 1:
         os.kill(os.getpid(), 9)
-    report_error(lambda: dist.all_reduce(tensor))
+    start = time.monotonic()
+    try:
+        dist.all_reduce(tensor)
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        print(json.dumps({"seconds": time.monotonic() - start, "error": str(error)}), flush=True)
+        os._exit(3)  # without the tear-down of a device in error
+    raise AssertionError("no error")
 
 
 def linger() -> None:
@@ -470,29 +478,14 @@ def linger() -> None:
     os._exit(0)
 
 
-def disagree() -> None:
-    report_error(lambda: dist.all_reduce(data(rank, 10 + rank).npu()))
-
-
-def report_error(collective) -> None:
-    start = time.monotonic()
-    try:
-        collective()
-        torch.npu.synchronize()
-    except RuntimeError as error:
-        print(json.dumps({"seconds": time.monotonic() - start, "error": str(error)}), flush=True)
-        os._exit(3)  # as a training script would end, but without the tear-down of a device in error
-    raise AssertionError("no error")
-
-
 def main() -> None:
     global rank, world, gloo
     what, results_folder = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("hccl")
-    gloo = dist.new_group(backend="gloo")
-    if what in ("die", "linger", "disagree"):
+    gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    if what in ("die", "linger"):
         globals()[what]()
     results = {}
     for case in CASES:
@@ -507,6 +500,8 @@ def main() -> None:
             results[case.__name__] = {"error": traceback.format_exc()}
         with open(os.path.join(results_folder, f"{rank}.json"), "w") as file:
             json.dump(results, file)
+        if "error" in results[case.__name__]:
+            sys.exit(1)  # the ranks may be at different places now
     if os.environ.get("DESTROY", "1") == "1":
         dist.destroy_process_group()
 
