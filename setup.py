@@ -30,6 +30,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "ruff",
+            "trl",
             # The virtual NPU runs the real torch_npu, of which there are wheels for Linux only.
             "torch_npu; platform_system == 'Linux'",
         ],
