@@ -3,6 +3,11 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+EXAMPLES = ["numpy", "peft>=0.18", "tqdm"]
+TEST_CPU = [*EXAMPLES, "accelerate", "hypothesis", "parameterized", "pytest", "pytest-timeout", "ruff"]
+# The virtual NPU runs the real torch_npu, of which there are wheels for Linux only.
+TEST = [*TEST_CPU, "trl", "torch_npu; platform_system == 'Linux'"]
+
 setup(
     name="npu-moe",
     version="0.1.0",
@@ -18,23 +23,7 @@ setup(
     python_requires=">=3.10",
     # Lower bounds only: torch_npu pins the torch it was built for, and installing this must not move it.
     install_requires=["torch>=2.7", "transformers>=5.0"],
-    extras_require={
-        "examples": ["numpy", "peft>=0.18", "tqdm"],
-        "test": [
-            "numpy",
-            "peft>=0.18",
-            "tqdm",
-            "accelerate",
-            "hypothesis",
-            "parameterized",
-            "pytest",
-            "pytest-timeout",
-            "ruff",
-            "trl",
-            # The virtual NPU runs the real torch_npu, of which there are wheels for Linux only.
-            "torch_npu; platform_system == 'Linux'",
-        ],
-    },
+    extras_require={"examples": EXAMPLES, "test": TEST, "test-cpu": TEST_CPU},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX :: Linux",

@@ -10,6 +10,7 @@ that tests start.
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -32,6 +33,18 @@ def cpu_env() -> dict[str, str]:
     """The environment for a process that is to find no torch_npu."""
     path = [HIDE_TORCH_NPU, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.fixture
+def an_npu():
+    """An NPU as far as the patch can tell: CPU tensors count as its tensors, the kernel is the strict reference."""
+    # Imported here: in the environment of this process, which is set above.
+    import npu_moe
+    from strict_npu import strict_npu
+
+    with strict_npu() as npu, mock.patch("npu_moe.monkey_patch_npu.npu_unavailable_reason", lambda: None):
+        yield npu
+        npu_moe.revert_npu_patch()
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,7 @@ BAD_ARGUMENTS = [
     (["--model", "huge"], r"neither a preset \(tiny, qwen3-30b-a3b\), nor a directory"),
     (["--model", "./missing"], "neither a preset"),
     (["--model", "some-owner/some-model"], "its configuration cannot be loaded"),
-    (["--model", "empty"], "its configuration cannot be loaded"),
+    (["--model", "empty"], "its configuration cannot be loaded|no weights"),
     (["--model", "dense"], "LlamaForCausalLM is a model without experts"),
     (["--model", "no_weights"], r"no weights \(\*\.safetensors\) in this directory"),
     (["--model", "narrow"], r"down_proj has the shape \(4, 32, 20\); .* multiples of 8: change them in the config"),
