@@ -35,3 +35,10 @@ def tests(session: nox.Session, transformers: str) -> None:
 def cpu(session: nox.Session, torch: str) -> None:
     install(session, "test-cpu", torch=torch)
     session.run("python", "-m", "pytest", "-m", "not slow", *session.posargs)
+
+
+@nox.session
+def twinkle(session: nox.Session) -> None:
+    """The one test that needs Twinkle, which wants an older peft and numpy."""
+    session.install("twinkle-kit==0.5.1", "-e", ".[test]", "torch_npu==2.13.0", "transformers==5.24.0")
+    session.run("python", "-m", "pytest", "tests/npu/test_twinkle.py", *session.posargs)

@@ -2,8 +2,8 @@
 """Runs the tests in tests/npu in a process of their own that has an NPU, and reports them as if they ran here.
 
 This process must not see an NPU (conftest.py), those tests must. So their files are collected by a second pytest, on
-the real NPU where there is one and else on the virtual NPU; it says which tests it found, is told which of them were
-selected, and sends the report of each back. To debug one, run that second pytest by hand:
+the real NPU where there is one and else on the virtual NPU; it says which tests it found, then is told one after the
+other to run, and sends the reports of each back. To debug one, run that second pytest by hand:
 
     NPU_MOE_TESTS_ON_NPU=1 python utils/virtual_npu/run.py --devices 2 -- python -m pytest tests/npu -k NAME
 """
@@ -58,7 +58,6 @@ class NPUProcess:
         self.tests: list[dict] = []
         self.unavailable_reason = None
         self.process = None
-        self._started = False
         env = npu_environment()
         if isinstance(env, str):
             self.unavailable_reason = env
@@ -88,13 +87,10 @@ class NPUProcess:
         tail = self._output.read()[-8000:].decode(errors="replace")
         raise RuntimeError(f"the pytest process on the NPU ended with status {status}:\n{tail}")
 
-    def reports(self, item: pytest.Item):
-        """The reports of one test, as they come in. The first call starts all that were selected."""
-        if not self._started:
-            self._started = True
-            selected = [other.nodeid for other in item.session.items if isinstance(other, ForwardedItem)]
-            self._to_child.write(json.dumps(selected) + "\n")
-            self._to_child.flush()
+    def reports(self, item: pytest.Item, next_item: pytest.Item | None):
+        """The reports of one test, as they come in. Fixtures that the next one does not share are torn down."""
+        self._to_child.write(json.dumps([item.nodeid, next_item and next_item.nodeid]) + "\n")
+        self._to_child.flush()
         while (message := self._read()) != {"finished": item.nodeid}:
             yield item.config.hook.pytest_report_from_serializable(config=item.config, data=message)
 
@@ -103,8 +99,7 @@ class NPUProcess:
             self._to_child.close()
             self._from_child.close()
             try:
-                # It has nothing left to do, unless this session ends early.
-                self.process.wait(10 if self._started else 0)
+                self.process.wait(10)  # with no more to be told, it ends
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -121,8 +116,12 @@ def process_of(config: pytest.Config) -> NPUProcess:
 
 
 class ForwardedItem(pytest.Item):
+    """Run by pytest_runtest_protocol in tests/npu/conftest.py, unless the second pytest is no more."""
+
+    error: Exception
+
     def runtest(self):
-        raise NotImplementedError  # pytest_runtest_protocol in tests/npu/conftest.py runs it
+        raise self.error
 
 
 class SkippedItem(pytest.Item):
@@ -176,14 +175,20 @@ class Child:
         self._to_parent.write(json.dumps(message, default=str) + "\n")
         self._to_parent.flush()
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
-        self._send(
-            [{"nodeid": item.nodeid, "markers": sorted({m.name for m in item.iter_markers()})} for item in items]
-        )
-        selected = json.loads(self._from_parent.readline() or "[]")
-        items[:] = [item for item in items if item.nodeid in set(selected)]
-        items.sort(key=lambda item: selected.index(item.nodeid))
+    def pytest_collection_finish(self, session):
+        tests = []
+        for item in session.items:
+            markers = {marker.name for marker in item.iter_markers() if not (marker.args or marker.kwargs)}
+            tests.append({"nodeid": item.nodeid, "markers": sorted(markers)})
+        self._send(tests)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        items = {item.nodeid: item for item in session.items}
+        while line := self._from_parent.readline():
+            item, next_item = (items.get(nodeid) for nodeid in json.loads(line))
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        return True
 
     def pytest_runtest_logreport(self, report):
         self._send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))

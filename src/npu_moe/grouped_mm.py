@@ -4,7 +4,7 @@
 Shapes: S rows (token copies sorted by expert), K input features, N output features, E experts.
 `torch_npu.npu_grouped_matmul` has no gradient formula, so it is called for the forward and for both gradients here.
 What it accepts and what it leaves undefined is taken from the documentation and the host code of aclnnGroupedMatmulV5
-(ops-transformer, gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp); below that is what is called CANN.
+(ops-transformer, gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp), called CANN below.
 """
 
 import functools

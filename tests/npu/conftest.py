@@ -14,8 +14,15 @@ if npu_process.ON_NPU not in os.environ:
     def pytest_runtest_protocol(item):
         if not isinstance(item, npu_process.ForwardedItem):
             return None
+        following = item.session.items[item.session.items.index(item) + 1 :]
+        next_item = next((other for other in following if isinstance(other, npu_process.ForwardedItem)), None)
+        try:
+            reports = list(npu_process.process_of(item.config).reports(item, next_item))
+        except (RuntimeError, OSError) as error:
+            item.error = error
+            return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in npu_process.process_of(item.config).reports(item):
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
