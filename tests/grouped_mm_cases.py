@@ -300,3 +300,44 @@ class GroupedMMCases(unittest.TestCase):
     )
     def test_any_shape_and_any_groups(self, counts, k, n, layout, dtype, extra_rows, seed):
         self.check(counts, k, n, layout, dtype, extra_rows, seed=seed)
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @given(data=st.data())
+    def test_anything_else_raises_and_names_what_is_wrong(self, data):
+        """Shapes near those that fit, any dtype: an error that says what was given, or the right numbers."""
+        rows, k, n, experts = (data.draw(st.integers(0, 4)) for _ in range(4))
+
+        def near(*shape: int) -> tuple[int, ...]:
+            change = data.draw(st.sampled_from(["none"] * 12 + ["size", "drop", "add"]))
+            if change == "size":
+                index = data.draw(st.integers(0, len(shape) - 1))
+                return (*shape[:index], data.draw(st.integers(0, 5)), *shape[index + 1 :])
+            return {"none": shape, "drop": shape[1:], "add": (2, *shape)}[change]
+
+        input_shape, weight_shape, offs_shape = near(rows, k), near(experts, k, n), near(experts)
+        some = st.sampled_from([*DTYPES * 4, torch.float64, torch.int32])
+        input_dtype, weight_dtype = data.draw(some), data.draw(some)
+        offs_dtype = data.draw(st.sampled_from([*[torch.int32, torch.int64] * 4, torch.int16, torch.float32]))
+        input = torch.randint(-8, 8, input_shape).to(input_dtype)
+        weight = torch.randint(-8, 8, weight_shape).to(weight_dtype)
+        ends = sorted(data.draw(st.integers(0, input_shape[0] if input_shape else 0)) for _ in range(experts))
+        offs = torch.tensor(ends).reshape(experts).to(offs_dtype)
+        offs = offs if offs_shape == (experts,) else torch.zeros(offs_shape, dtype=offs_dtype)
+
+        fits = (
+            (len(input_shape), len(weight_shape), len(offs_shape)) == (2, 3, 1)
+            and input_shape[1] == weight_shape[1]
+            and offs_shape[0] == weight_shape[0]
+            and {input_dtype, weight_dtype} <= set(DTYPES)
+            and offs_dtype in (torch.int32, torch.int64)
+            and min(weight_shape) > 0
+        )
+        arguments = (input.to(self.device), weight.to(self.device), offs.to(self.device))
+        if fits:
+            counts = [end - start for start, end in itertools.pairwise([0, *offs.tolist()])]
+            expected, _, _ = loop(input, weight, counts, torch.zeros(input_shape[0], weight_shape[2]))
+            out = grouped_mm(*arguments)
+            assert_near(out[: sum(counts)], expected[: sum(counts)], weight_dtype)
+        else:
+            with self.assertRaisesRegex(ValueError, r"^grouped_mm: .*(got|must be).*"):
+                grouped_mm(*arguments)
