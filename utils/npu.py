@@ -16,6 +16,8 @@ import sys
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 try:
+    import torch
+
     from npu_moe import is_npu_available, npu_unavailable_reason
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed: run `pip install -e .` in the repository's root first")
@@ -32,7 +34,9 @@ def main() -> int:
         return 0
     # torch_npu is there and could not be imported: then transformers cannot import a model class either.
     broken = importlib.util.find_spec("torch_npu") is not None and "torch_npu" not in sys.modules
-    hint = ", or set VIRTUAL_NPU=1 to run examples/run_fsdp2_moe_npu.sh on the virtual NPU" if broken else ""
+    # The virtual NPU is for those without CANN; it does not help against a CUDA build of PyTorch.
+    helps = broken and torch.version.cuda is None
+    hint = ", or set VIRTUAL_NPU=1 to run examples/run_fsdp2_moe_npu.sh on the virtual NPU" if helps else ""
     print(f"no NPU: {npu_unavailable_reason()}{hint} devices=0")
     return (2 if broken else 1) if arguments.require else 0
 

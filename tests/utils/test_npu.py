@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from npu_moe import is_npu_available, npu_unavailable_reason
 
@@ -69,6 +70,12 @@ def test_absent(install, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     assert is_npu_available() is False
     assert npu_unavailable_reason() == "torch_npu is not installed"
+
+
+def test_beside_a_cuda_build_of_torch_it_is_not_loaded(install, monkeypatch):
+    install("import os; os.abort()")  # as torch_npu does
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "is a CUDA build, torch_npu needs the CPU build of PyTorch" in npu_unavailable_reason()
 
 
 def run_gate(env: dict[str, str], *arguments: str) -> tuple[int, str]:

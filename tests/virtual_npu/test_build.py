@@ -105,6 +105,16 @@ def test_versions_that_do_not_belong_together_are_refused(build, monkeypatch, tm
     assert build.unavailable_reason() == "torch 2.12.1 and torch_npu 2.13.0 do not belong together"
 
 
+def test_a_cuda_build_of_torch_is_refused(build, monkeypatch, tmp_path):
+    header = tmp_path / "include" / "third_party" / "acl" / "inc" / "acl" / "acl.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    monkeypatch.setattr(build, "package", lambda name: tmp_path)
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "2.13.0")
+    assert build.unavailable_reason() == "torch 2.13.0 is a CUDA build, torch_npu needs the CPU build of PyTorch"
+
+
 def test_an_object_depends_on_the_headers_it_includes(build, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     (tmp_path / "a.h").write_text('#include "b.h"\n#include <vector>\n')

@@ -28,7 +28,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "csrc"
 RUNTIME = "libvirtual_npu.so"  # the runtime, the collectives and the function of every name that nobody defines
 OPERATORS = "libopapi.so"  # the aclnn functions; the only one that links libtorch
-FLAGS = ["-std=c++17", "-g0", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas"]
+FLAGS = ["-std=c++20", "-g0", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas"]
 
 
 class BuildError(RuntimeError):
@@ -63,6 +63,9 @@ def check() -> None:
     versions = [importlib.metadata.version(name) for name in ("torch", "torch_npu")]
     if len({tuple(version.split(".")[:2]) for version in versions}) > 1:
         raise BuildError("torch {} and torch_npu {} do not belong together".format(*versions))
+    if re.search(r"^cuda\b.*= '", (package("torch") / "version.py").read_text(), re.MULTILINE):
+        # Both would register themselves with PyTorch's allocators, and the second ends the process.
+        raise BuildError(f"torch {versions[0]} is a CUDA build, torch_npu needs the CPU build of PyTorch")
     compiler()
     for tool in ("nm", "readelf"):
         if shutil.which(tool) is None:

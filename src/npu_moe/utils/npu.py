@@ -4,6 +4,9 @@
 import functools
 import importlib
 import importlib.util
+import sys
+
+import torch
 
 
 @functools.cache
@@ -17,6 +20,9 @@ def npu_unavailable_reason() -> str | None:
     """
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
+    if torch.version.cuda is not None and "torch_npu" not in sys.modules:
+        # Not to be tried: torch_npu 2.13 beside it ends the process, which no except clause catches.
+        return f"torch {torch.__version__} is a CUDA build, torch_npu needs the CPU build of PyTorch"
     try:
         torch_npu = importlib.import_module("torch_npu")
     except Exception as error:
