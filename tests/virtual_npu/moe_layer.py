@@ -8,6 +8,7 @@ import sys
 
 import torch
 import transformers
+from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import npu_moe
@@ -16,7 +17,11 @@ NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 16, 4, 64, 32, 24
 
 
 def main(patch: str, experts: str) -> None:
-    assert npu_moe.apply_npu_patch() if patch == "patched" else True
+    original = moe._grouped_mm
+    if patch != "unpatched":
+        assert npu_moe.apply_npu_patch()
+    if patch == "operator":
+        moe._grouped_mm = original
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         hidden_size=HIDDEN,

@@ -70,6 +70,18 @@ def test_patched(traced, experts, grouped):
     assert copies_of_elements(records).count(E) == 2, launched
 
 
+@pytest.mark.parametrize(("experts", "grouped"), [("trained", 6), ("frozen", 4)])
+def test_operator(traced, experts, grouped):
+    """PyTorch's autograd formula on our kernel: each call casts the offsets for itself, the host waits for none."""
+    records, gradients = traced("operator", experts)
+    assert operators(records)["aclnnGroupedMatmulV5"] == grouped
+    assert host_synchronisations(records) == []
+    assert [r for r in records if r["kind"] in ("copy", "internal_copy")] == []
+    patched, with_operator = (copies_of_elements(r) for r in (traced("patched", experts)[0], records))
+    assert Counter(with_operator) - Counter(patched) == Counter({E: grouped - 2})
+    assert gradients == traced("patched", experts)[1]
+
+
 @pytest.mark.parametrize("experts", ["trained", "frozen"])
 def test_unpatched(traced, experts):
     records, _ = traced("unpatched", experts)
