@@ -17,7 +17,7 @@ NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 16, 4, 64, 32, 24
 
 
 def main(patch: str, experts: str) -> None:
-    original = moe._grouped_mm
+    original = getattr(moe, "_grouped_mm", None)
     if patch != "unpatched":
         assert npu_moe.apply_npu_patch()
     if patch == "operator":

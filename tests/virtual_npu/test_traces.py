@@ -13,6 +13,10 @@ from math import prod
 
 import moe_layer
 import pytest
+from transformers.integrations import moe
+
+# With transformers 5.0 and 5.1 the patched layer is that of test_operator: six casts of the offsets, not two.
+needs_the_function = pytest.mark.skipif(not hasattr(moe, "_grouped_mm"), reason="transformers 5.2.0 is the first")
 
 E = moe_layer.NUM_EXPERTS
 ROWS = moe_layer.TOKENS * moe_layer.TOP_K
@@ -60,6 +64,7 @@ def copies_of_elements(records) -> list[int]:
     return sorted(prod(output["shape"]) for record in copies for output in record["outputs"])
 
 
+@needs_the_function
 @pytest.mark.parametrize(("experts", "grouped"), [("trained", 6), ("frozen", 4)])
 def test_patched(traced, experts, grouped):
     records, _ = traced("patched", experts)
@@ -70,6 +75,7 @@ def test_patched(traced, experts, grouped):
     assert copies_of_elements(records).count(E) == 2, launched
 
 
+@needs_the_function
 @pytest.mark.parametrize(("experts", "grouped"), [("trained", 6), ("frozen", 4)])
 def test_operator(traced, experts, grouped):
     """PyTorch's autograd formula on our kernel: each call casts the offsets for itself, the host waits for none."""
@@ -95,6 +101,7 @@ def test_unpatched(traced, experts):
     assert [record["bytes"] for record in copies_to_the_host(records)] == [4 * E] * calls
 
 
+@needs_the_function
 def test_the_patch_copies_no_more_than_the_layer_does_anyway(traced):
     """Besides the two casts of the offsets, every copy is there without the patch too."""
     patched, unpatched = (Counter(copies_of_elements(traced(way, "trained")[0])) for way in ("patched", "unpatched"))
